@@ -1149,8 +1149,8 @@ void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd,
 }
 
 /* ============================================================================================================
- * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: of the first `rot`
- * elements of a head, the pair i and i + rot/2 is rotated by the angle  position * theta^(-2i/rot)
+ * Rotary position embedding (Su et al. 2021, arXiv:2104.09864), rotate-half form: of the first `rot` elements of a
+ * head, the pair i and i + rot/2 is rotated by the angle  position * theta^(-2i/rot)
  * ========================================================================================================== */
 
 void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, double scale)
@@ -1163,6 +1163,7 @@ void rope_table(real *table, int64_t L, int64_t rot, const double *frequency, do
 		}
 }
 
+/* Turns the query and key heads of qkv in place, by the angle (sign 1) or by its negative (sign -1). */
 static void rope_rotate(real *qkv, const real *table, const int32_t *document, int64_t T, int64_t L, int nh, int nkv,
 		int64_t d, int64_t rot, real sign)
 {

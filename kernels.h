@@ -123,10 +123,10 @@ void qk_norm_forward(real *qkv, real *heads, real *rstd, const real *w, int64_t 
 void qk_norm_backward(real *dqkv, real *dw, const real *heads, const real *rstd, const real *w, int64_t T, int nh,
 		int nkv, int64_t d, bool accumulate, real *scratch);
 
-/* -- rotary position embedding -- In place on the first `rot` elements of each query and key head of qkv. T = B L;
- * token t has position t % L. `document` [T], here and in attention, gives the position in its sequence where each
- * token's document begins: positions count from there, and attention does not reach before it. NULL: each sequence is
- * one document, document[t] = 0. */
+/* -- rotary position embedding -- In place on the first `rot` elements of each query and key head of qkv; rot is even,
+ * 2 .. d. T = B L; token t has position t % L. `document` [T], here and in attention, gives the position in its
+ * sequence where each token's document begins: positions count from there, and attention does not reach before it.
+ * NULL: each sequence is one document, document[t] = 0. */
 
 /* table [L, rot]: of each position t rot/2 cosines, then rot/2 sines, of the angles t frequency[i], times scale.
  * frequency [rot/2]. */

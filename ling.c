@@ -1250,11 +1250,11 @@ static double forward_work(const struct model *m, int64_t T)
 	return work;
 }
 
-/* Forward, loss and backward pass of every micro-batch of this rank, and the sums over all ranks that take the step:
- * the gradient of
- * cross-entropy + mtp_loss_scaling_factor sum over MTP layers (cross-entropy)
- * + sum over layers (balance_loss_coef balance + z_loss_coef z),
- * t->sums, t->first_loss, t->work and t->stop. Returns the counts of tokens and targets. */
+/* Forward, loss and backward pass of every micro-batch of this rank. Leaves in grads the gradient, summed over all
+ * ranks that take the step, of
+ *   cross-entropy + mtp_loss_scaling_factor sum over MTP layers (cross-entropy)
+ *     + sum over layers (balance_loss_coef balance + z_loss_coef z),
+ * and fills t->sums, t->first_loss, t->work and t->stop. Returns the counts of tokens and targets. */
 static struct step compute_gradients(struct trainer *t, int64_t batch)
 {
 	struct model *m = &t->model;

@@ -173,8 +173,7 @@ real *model_extend(struct model *m, const struct segment *segments, int n);
 void model_logits(struct model *m, real *logits, int64_t first, int64_t n);
 /* Cross-entropy in nats, summed over the targets [B, L] of the last forward pass that count (>= 0). With step, also
  * the gradients of the head and of the final norms' outputs, and the loss of each MTP layer that is trained is left in
- * acts.depth. window_loss [B], or NULL: the sum of each window, which is the same
- * whatever the other windows are. */
+ * acts.depth. window_loss [B], or NULL: the sum of each window, which is the same whatever the other windows are. */
 double model_loss(struct model *m, const int32_t *target, int B, const struct step *step, double *window_loss);
 /* The backward pass, from what model_loss left; to be called after it with the same input, B and step. `reduction` is
  * told when the gradients of a block are complete on this rank: NULL for every micro-batch but a rank's last, and in

@@ -10,6 +10,8 @@
 #include "model/parameters.h"
 
 #include <assert.h>
+#include <stdarg.h>
+#include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 
@@ -21,6 +23,16 @@ bool option_given(const struct command_line *line, const char *name)
 		i++;
 	assert(i < c->num_options);
 	return line->given[i];
+}
+
+void command_say(const char *command, const char *format, ...)
+{
+	char text[4096];
+	va_list arguments;
+	va_start(arguments, format);
+	vsnprintf(text, sizeof text, format, arguments);
+	va_end(arguments);
+	fprintf(stderr, "ling %s: %s\n", command, text);
 }
 
 int convert_parameters(const struct source_model *s, const struct model_config *c, const struct conversion *to,

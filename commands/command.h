@@ -118,6 +118,9 @@ struct converted;
 int convert_parameters(const struct source_model *s, const struct model_config *c, const struct conversion *to,
 		struct converted *result);
 
+/* Writes a line to standard error: "ling COMMAND: " and the text, of which at most 4095 bytes. */
+void command_say(const char *command, const char *format, ...) __attribute__((format(printf, 2, 3)));
+
 enum { MAX_BATCH = 256 };      /* sequences that eval and generate compute together */
 
 #endif

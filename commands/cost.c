@@ -147,18 +147,18 @@ struct cost_options {
 	bool json;
 };
 static const struct command_option options[] = {
-	NUMBER_OPTION(cost_options, tokens, "tokens", "T", 1, 1e18, "tokens to train on, such as 1e12 (default: the length "
+	NUMBER_OPTION(cost_options, tokens, "tokens", "T", 1, 1e18, "Tokens to train on, such as 1e12 (default: the length "
 			"of the run in the config)"),
-	TEXT_OPTION(cost_options, machines, "machines", "FILE.yaml", "kinds of machines: a list of mappings with name and "
+	TEXT_OPTION(cost_options, machines, "machines", "FILE.yaml", "Kinds of machines: a list of mappings with name and "
 			"count, price, rate, peak, mfu, watts, goodput"),
-	NUMBER_OPTION(cost_options, price, "price", "P", 0, 1e12, "of an hour of all machines that the run ran on, without "
+	NUMBER_OPTION(cost_options, price, "price", "P", 0, 1e12, "Price of an hour of all machines that the run ran on, "
+			"without --machines"),
+	NUMBER_OPTION(cost_options, watts, "watts", "W", 0, 1e12, "Power of all machines that the run ran on, without "
 			"--machines"),
-	NUMBER_OPTION(cost_options, watts, "watts", "W", 0, 1e12, "power of all machines that the run ran on, without "
-			"--machines"),
-	NUMBER_OPTION(cost_options, goodput, "goodput", "G", 0, 1, "share of the time that goes into steps which stay "
+	NUMBER_OPTION(cost_options, goodput, "goodput", "G", 0, 1, "Share of the time that goes into steps which stay "
 			"(default: the run's, where it is known, else 1)", .above = true),
-	NUMBER_OPTION(cost_options, kwh, "kwh", "P", 0, 1e9, "price of a kilowatt-hour"),
-	FLAG_OPTION(cost_options, json, "json", "print the result as JSON"),
+	NUMBER_OPTION(cost_options, kwh, "kwh", "P", 0, 1e9, "Price of a kilowatt-hour"),
+	FLAG_OPTION(cost_options, json, "json", "Print the result as JSON"),
 };
 
 /* What is to be trained, and how fast a run did it. */

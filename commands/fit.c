@@ -306,11 +306,11 @@ static int fit_loss(json_t *report, const struct study *s, enum scaling_form for
 /* ------------------------------------------------------------------------------------- learning rate and batch */
 
 /* Settings of a grid, for scaling_optimum(). */
-struct grid { double *rate, *batch, *loss; int count; };
+struct grid_settings { double *rate, *batch, *loss; int count; };
 
-static struct grid grid_of(const struct study *s, int number)
+static struct grid_settings settings_of(const struct study *s, int number)
 {
-	struct grid g = {.rate = allocate(3 * (size_t)s->count * sizeof *g.rate)};
+	struct grid_settings g = {.rate = allocate(3 * (size_t)s->count * sizeof *g.rate)};
 	g.batch = g.rate + s->count, g.loss = g.batch + s->count;
 	for (int i = 0; i < s->count; i++) {
 		const struct member *m = &s->member[i];
@@ -341,7 +341,7 @@ static int fit_optimum(json_t *report, const struct study *s, int which, struct 
 		for (int i = 0; i < s->count; i++) {
 			if (s->member[i].level != level || !s->member[i].main || s->member[i].mean >= lowest)
 				continue;
-			struct grid g = grid_of(s, s->member[i].grid);
+			struct grid_settings g = settings_of(s, s->member[i].grid);
 			const struct optimum o = g.count ? scaling_optimum(g.rate, g.batch, g.loss, g.count) : best;
 			if (g.count && o.method[which] != OPTIMUM_NONE)
 				best = o, lowest = g.loss[o.best], flops = value_of(&s->member[i], SCALING_FLOPS), runs = g.count;
@@ -611,7 +611,6 @@ static void compute_panel(struct picture_panel *p, const struct study *s, const 
 /* The loss by tokens, a curve for each N. */
 static void size_panel(struct picture_panel *p, const struct study *s, const struct scaling_law laws[2])
 {
-	static char legends[NUM_COLOURS][48];
 	int sizes = 0;
 	struct selection all = select_for(s, LAW_SIZE, s->top + 1);
 	bool *wanted = allocate(s->count * sizeof *wanted), *seen = allocate(s->count * sizeof *seen);
@@ -629,7 +628,8 @@ static void size_panel(struct picture_panel *p, const struct study *s, const str
 			continue;
 		char number[32];
 		format_number(number, size, size / 100, size);
-		snprintf(legends[sizes], sizeof *legends, "N = %s", number);
+		struct picture_set curve = {.colour = colours[sizes]};
+		snprintf(curve.legend, sizeof curve.legend, "N = %s", number);
 		for (int held = 0; held < 2; held++) {
 			for (int j = 0; j < s->count; j++) {
 				const bool same = all.in[j] && near(size, value_of(&s->member[j], (int)s->options->size));
@@ -639,8 +639,7 @@ static void size_panel(struct picture_panel *p, const struct study *s, const str
 			mark_runs(p, s, wanted, SCALING_TOKENS, (struct picture_set){.colour = colours[sizes], .marks = true,
 					.shape = held ? DIAMOND : DISC});
 		}
-		mark_law(p, &laws[1], size, least / 1.2, most * 1.2, (struct picture_set){.legend = legends[sizes],
-				.colour = colours[sizes]});
+		mark_law(p, &laws[1], size, least / 1.2, most * 1.2, curve);
 		sizes++;
 	}
 	free(wanted), free(seen), free(all.in);
@@ -664,8 +663,9 @@ static void optimum_panel(struct picture_panel *p, const json_t *law_report, con
 	}
 	for (int edge = 0; edge < 2; edge++) {
 		size_t i;
-		set = picture_add(p, (struct picture_set){.legend = edge ? "best run, at an edge" : "lowest loss", .colour =
-				colours[edge], .marks = true, .shape = edge ? TRIANGLE : DISC}, (int)n);
+		set = picture_add(p, edge ? (struct picture_set){.legend = "best run, at an edge", .colour = colours[1],
+				.marks = true, .shape = TRIANGLE} : (struct picture_set){.legend = "lowest loss", .colour = colours[0],
+				.marks = true, .shape = DISC}, (int)n);
 		json_array_foreach(optima, i, optimum)
 			if (json_is_true(json_object_get(optimum, "edge")) == edge)
 				picture_point(set, result_double(optimum, "flops"), result_double(optimum, "value"), NAN, NAN);
@@ -674,7 +674,6 @@ static void optimum_panel(struct picture_panel *p, const json_t *law_report, con
 
 static void leverage_panel(struct picture_panel *p, const json_t *leverage)
 {
-	static char legends[NUM_COLOURS][64];
 	const json_t *family, *at;
 	size_t i, k;
 	*p = (struct picture_panel){.heading = "Efficiency leverage: FLOPs of dense models over FLOPs, for the same loss",
@@ -682,9 +681,9 @@ static void leverage_panel(struct picture_panel *p, const json_t *leverage)
 	json_array_foreach(json_object_get(leverage, "families"), i, family) {
 		if (i >= NUM_COLOURS)
 			break;
-		snprintf(legends[i], sizeof *legends, "activation ratio %.3g", result_double(family, "activation_ratio"));
-		struct picture_set *set = picture_add(p, (struct picture_set){.legend = legends[i], .colour = colours[i]},
+		struct picture_set *set = picture_add(p, (struct picture_set){.colour = colours[i]},
 				(int)json_array_size(json_object_get(family, "at")));
+		snprintf(set->legend, sizeof set->legend, "activation ratio %.3g", result_double(family, "activation_ratio"));
 		json_array_foreach(json_object_get(family, "at"), k, at)
 			picture_point(set, result_double(at, "flops"), result_double(at, "leverage"), result_double(at, "low"),
 					result_double(at, "high"));

@@ -135,7 +135,7 @@ static void draw_legend(struct canvas *c, const struct picture_panel *p, const s
 	double y = b->top + 20;
 	for (int i = 0; i < p->num_sets; i++) {
 		const struct picture_set *s = &p->set[i];
-		if (!s->legend || !s->count)
+		if (!*s->legend || !s->count)
 			continue;
 		const double x = b->right - 14 - text_width(s->legend, TEXT_SIZE);
 		draw_text(c, x, y, s->legend, TEXT_SIZE, 0, false, BLACK);

@@ -12,7 +12,7 @@
 enum { MAX_PICTURE_SETS = 32 };
 
 struct picture_set {           /* points, or a curve through them */
-	const char *legend;          /* NULL: none. Neither it nor a panel's texts are copied */
+	char legend[64];             /* "": none */
 	uint32_t colour;
 	bool marks;                  /* points */
 	enum shape shape;            /* of points */
@@ -20,7 +20,7 @@ struct picture_set {           /* points, or a curve through them */
 	double *x, *y, *low, *high;  /* [count] above 0; low, high: the band of a curve, NaN where it has none */
 };
 struct picture_panel {
-	const char *heading, *x_name, *y_name;
+	const char *heading, *x_name, *y_name; /* not copied */
 	double wide;                 /* the y axis covers bands up to this factor beyond the points; 0: 1.3 */
 	struct picture_set set[MAX_PICTURE_SETS];
 	int num_sets;

@@ -441,14 +441,14 @@ static void add_size(struct strings *overrides, const struct model_config *base,
 	const double ratio = (double)H / base->hidden_size;
 	const int heads = scaled(base->num_attention_heads, ratio, 1);
 	const double wanted = base->num_key_value_heads * (double)heads / base->num_attention_heads;
-	int pairs = 1;               /* key-value heads: the divisor of `heads` that is nearest */
+	int kv_heads = 1;            /* the divisor of `heads` that is nearest */
 	for (int i = 2; i <= heads; i++)
-		if (heads % i == 0 && fabs(i - wanted) < fabs(pairs - wanted))
-			pairs = i;
+		if (heads % i == 0 && fabs(i - wanted) < fabs(kv_heads - wanted))
+			kv_heads = i;
 	add_override(overrides, "model.hidden_size=%d", H);
 	add_override(overrides, "model.num_hidden_layers=%d", L);
 	add_override(overrides, "model.num_attention_heads=%d", heads);
-	add_override(overrides, "model.num_key_value_heads=%d", pairs);
+	add_override(overrides, "model.num_key_value_heads=%d", kv_heads);
 	add_override(overrides, "model.head_dim=%d", base->head_dim);
 	if (base->moe_intermediate_size)
 		add_override(overrides, "model.moe_intermediate_size=%d", scaled(base->moe_intermediate_size, ratio, MULTIPLE));

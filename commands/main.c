@@ -40,9 +40,8 @@
 static const struct command *const commands[] = {
 	&train_command, &supervise_command, &sweep_command, &eval_command, &generate_command, &chat_command,
 	&tokenize_command, &train_tokenizer_command, &convert_command, &merge_command, &info_command, &bench_command,
-	&doctor_command,
-	&plot_command, &trace_command, &report_command, &export_command, &watch_command, &align_command, &fit_command,
-	&cost_command, &plan_command,
+	&doctor_command, &plot_command, &trace_command, &report_command, &export_command, &watch_command, &align_command,
+	&fit_command, &cost_command, &plan_command,
 };
 
 enum { NUM_COMMANDS = sizeof commands / sizeof *commands };

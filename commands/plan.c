@@ -36,21 +36,21 @@ struct plan_options {
 	bool json;
 };
 static const struct command_option options[] = {
-	NUMBER_OPTION(plan_options, hours, "hours", "H", 0, 1e6, "how long it may train", .above = true, .required = true),
-	NUMBER_OPTION(plan_options, text, "text", "BYTES", 1, 1e18, "size of the text, in bytes (default: that of the "
+	NUMBER_OPTION(plan_options, hours, "hours", "H", 0, 1e6, "How long it may train", .above = true, .required = true),
+	NUMBER_OPTION(plan_options, text, "text", "BYTES", 1, 1e18, "Size of the text, in bytes (default: that of the "
 			"config's data.train)"),
-	NUMBER_OPTION(plan_options, tokens, "tokens", "N", 1, 1e15, "the same in tokens"),
-	NUMBER_OPTION(plan_options, epochs, "epochs", "N", 0, 1e6, "how often the text may be read, at the most",
+	NUMBER_OPTION(plan_options, tokens, "tokens", "N", 1, 1e15, "The same in tokens"),
+	NUMBER_OPTION(plan_options, epochs, "epochs", "N", 0, 1e6, "How often the text may be read, at the most",
 			.above = true, .initial = "4"),
-	NUMBER_OPTION(plan_options, goodput, "goodput", "G", 0, 1, "share of the time that goes into steps: the rest are "
+	NUMBER_OPTION(plan_options, goodput, "goodput", "G", 0, 1, "Share of the time that goes into steps: the rest are "
 			"the start, validations, saves", .above = true, .initial = "0.9"),
-	NUMBER_OPTION(plan_options, aspect, "aspect", "A", 1, 65536, "hidden_size / num_hidden_layers of the models, as in "
+	NUMBER_OPTION(plan_options, aspect, "aspect", "A", 1, 65536, "The ratio hidden_size / num_hidden_layers, as in "
 			"the runs that the fit is from", .initial = "32"),
-	TEXT_OPTION(plan_options, config, "config", "BASE.yaml", "the config that is made larger or smaller",
+	TEXT_OPTION(plan_options, config, "config", "BASE.yaml", "The config that is made larger or smaller",
 			.initial = "configs/quickstart.yaml"),
-	TEXT_OPTION(plan_options, fit, "fit", "FIT.json", "what `ling fit --json` printed", .initial = "configs/fit.json"),
-	TEXT_OPTION(plan_options, out, "out", "FILE.yaml", "write the config there (default: print it)"),
-	FLAG_OPTION(plan_options, json, "json", "print the result as JSON, with the config's YAML as `yaml`"),
+	TEXT_OPTION(plan_options, fit, "fit", "FIT.json", "What `ling fit --json` printed", .initial = "configs/fit.json"),
+	TEXT_OPTION(plan_options, out, "out", "FILE.yaml", "Write the config there (default: print it)"),
+	FLAG_OPTION(plan_options, json, "json", "Print the result as JSON, with the config's YAML as `yaml`"),
 };
 
 struct candidate {
@@ -292,7 +292,7 @@ static int make_plan(struct plan *p, const struct command_line *line)
 	if (config_load(&p->base, o->config, line->num_words, line->words, false) < 0 || count_text(p) < 0 ||
 			read_fit(p) < 0)
 		return -1;
-	/* what two cores do in that time: only the batch depends on it, and little */
+	/* about the FLOPs of the time: the batch alone depends on them, and little */
 	p->batch = plan_batch(p, kernels_threads() * 5e10 * 3600 * o->hours);
 	return try_sizes(p) < 0 ? -1 : report_plan(p);
 }

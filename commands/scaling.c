@@ -605,12 +605,12 @@ static enum optimum_method optimum_in_one(double *value, const double *v, const 
 {
 	double (*rows)[MAX_UNKNOWNS] = allocate(n * sizeof *rows), *y = allocate(2 * n * sizeof *y), *line = y + n;
 	double out[MAX_UNKNOWNS], centre = log(v[best]), low = 0, high = 0;
-	int count = 0, values = 0, rank = rank_of(v, n, v[best]);
+	int count = 0, values = 0;
 	*value = v[best];
 	for (int i = 0; i < n; i++)
 		if (other[i] == other[best])
 			line[values++] = v[i];
-	rank = rank_of(line, values, v[best]);
+	const int rank = rank_of(line, values, v[best]);
 	for (int i = 0; i < n; i++) {
 		if (other[i] != other[best] || abs(rank_of(line, values, v[i]) - rank) > NEAR)
 			continue;
@@ -777,15 +777,14 @@ static int read_law(struct scaling_law *law, enum scaling_form form, const json_
 static int read_power_law(struct power_law *law, const json_t *json, const char *where, const char *what)
 {
 	int64_t points;
-	double sigma = NAN;
+	law->sigma = NAN;
 	if (field_int(json, where, "points", 2, INT32_MAX, &points) < 0 ||
 			read_at(json, where, what, "coefficient", &law->coefficient) < 0 ||
 			read_at(json, where, what, "exponent.value", &law->exponent) < 0 ||
 			read_at(json, where, what, "centre", &law->centre) < 0 ||
 			read_at(json, where, what, "deviation", &law->deviation) < 0 ||
-			(points > 2 && read_at(json, where, what, "sigma", &sigma) < 0))
+			(points > 2 && read_at(json, where, what, "sigma", &law->sigma) < 0))
 		return -1;
-	law->sigma = sigma;
 	law->count = (int)points;
 	return 0;
 }

@@ -148,6 +148,8 @@ static int add_directory(struct scaling_runs *runs, const char *dir)
 	int rc = 0;
 	if (!reason && !json_is_object(json_object_get(config, "model")))
 		reason = "its config has no model";
+	if (!reason && !(number_at(config, "data.seq_len") >= 1))
+		reason = "its config has no data.seq_len";
 	if (!reason) {
 		json_t *shape = json_copy(json_object_get(config, "model"));
 		json_object_del(shape, "rope_scaling"); /* it counts for nothing here, and Hugging Face writes it otherwise */

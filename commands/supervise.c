@@ -77,16 +77,7 @@ struct supervisor {
 };
 
 /* A line for the user. */
-static void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static void say(const char *format, ...)
-{
-	char line[4096];
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(line, sizeof line, format, arguments);
-	va_end(arguments);
-	fprintf(stderr, "ling supervise: %s\n", line);
-}
+#define say(...) command_say("supervise", __VA_ARGS__)
 
 /* The step of the newest checkpoint of the run, and its path; 0 when there is none, or when it cannot be told. */
 static int64_t newest_checkpoint(const struct supervisor *s, char path[PATH_LEN])

@@ -81,16 +81,7 @@ struct sweep {
 };
 
 /* A line for the user. */
-static void say(const char *format, ...) __attribute__((format(printf, 1, 2)));
-static void say(const char *format, ...)
-{
-	char line[4096];
-	va_list arguments;
-	va_start(arguments, format);
-	vsnprintf(line, sizeof line, format, arguments);
-	va_end(arguments);
-	fprintf(stderr, "ling sweep: %s\n", line);
-}
+#define say(...) command_say("sweep", __VA_ARGS__)
 
 /* ============================================================================================================
  * A run
@@ -704,14 +695,12 @@ static void watch(struct sweep *s)
 		}
 		if (s->hopeless.margin <= 0 || r->told)
 			continue;
-		const int64_t step = r->step;
 		struct run run;
 		if (has_run(r->dir) > 0 && run_open(&run, r->dir) == 0) {
 			series_free(&r->losses);
 			r->losses = run_series(&run, "valid_loss");
 			run_free(&run);
 		}
-		r->step = step;
 		if (is_hopeless(s, r, &r->median)) {
 			say("%s: hopeless: validation loss %.4f after %.0f tokens, where the median of the others is %.4f; it "
 					"saves and stops", r->name, plain_nan(r->losses.value[r->losses.count - 1]),

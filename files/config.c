@@ -346,6 +346,16 @@ static void set_architecture_defaults(struct config_loader *l)
 		}
 }
 
+/* Gives keys that were not given the defaults that other keys' values have for them. */
+static void set_dependent_defaults(struct config_loader *l)
+{
+	struct config *c = l->config;
+	if (c->model.num_nextn_predict_layers && !key_given(&l->keys, "model.mtp_loss_scaling_factor"))
+		c->model.mtp_loss_scaling_factor = 0.1;
+	if (c->parallel.sync == SYNC_LOCAL && !key_given(&l->keys, "spikes.action"))
+		c->spikes.action = SPIKES_WATCH;
+}
+
 static int load_config_json(struct config_loader *l);
 
 /* Fails for a GGUF file, which is known by its first bytes. */
@@ -562,7 +572,7 @@ static int check_model(const struct loader *l, struct config *c)
 	if (rotary_dim(m) % 2 || rotary_dim(m) < 2)
 		return fail_key(l, m->partial_rotary_factor < 1 ? "model.partial_rotary_factor" : "model.head_dim", "found "
 				"%d elements of a head that turn, of %d (head_dim, or else hidden_size / num_attention_heads); "
-				"expected an even number, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
+				"expected an even number, at least 2, for rotary embeddings turn pairs", rotary_dim(m), m->head_dim);
 	if (check_rope_scaling(l, m) < 0)
 		return -1;
 	if (m->first_k_dense_replace > m->num_hidden_layers)
@@ -709,10 +719,7 @@ int config_load(struct config *c, const char *path, int num_overrides, char **ov
 		return fail_key(&l.keys, "model.router.bias_update_rate", "found %g, but only models of the class "
 				"BailingMoeV2ForCausalLM have an expert bias; expected that model.architecture, or the key left out",
 				c->model.router.bias_update_rate);
-	if (c->model.num_nextn_predict_layers && !key_given(&l.keys, "model.mtp_loss_scaling_factor"))
-		c->model.mtp_loss_scaling_factor = 0.1;
-	if (c->parallel.sync == SYNC_LOCAL && !key_given(&l.keys, "spikes.action"))
-		c->spikes.action = SPIKES_WATCH;
+	set_dependent_defaults(&l);
 	return check_run(&l.keys, c, model_only);
 }
 
@@ -750,8 +757,14 @@ static bool section_differs(const struct config *a, const struct config *b, cons
 
 void config_print_yaml(FILE *out, const struct config *c)
 {
-	struct config standard;
+	struct config standard, dependent; /* the defaults, and those beside this architecture and these other keys */
 	struct config_loader l;
+	config_loader_init(&l, &dependent, "", false);
+	dependent.model.architecture = c->model.architecture;
+	dependent.model.num_nextn_predict_layers = c->model.num_nextn_predict_layers;
+	dependent.parallel.sync = c->parallel.sync;
+	set_architecture_defaults(&l);
+	set_dependent_defaults(&l);
 	config_loader_init(&l, &standard, "", false);
 	for (const struct key *k = keys; k < keys + NUM_KEYS; k++) {
 		char section[64];
@@ -759,9 +772,10 @@ void config_print_yaml(FILE *out, const struct config *c)
 				k->name);
 		const int depth = *section ? strchr(section, '.') ? 2 : 1 : 0;
 		json_t *value = key_to_json(&config_table, c, k), *usual = key_to_json(&config_table, &standard, k);
+		json_t *here = key_to_json(&config_table, &dependent, k);
 		/* where one key of a section that may be missing is given, all that it needs are */
 		const bool given = !(k->flags & ITEM) && (k->flags & REQUIRED || !json_equal(value, usual) ||
-				(k->flags & NEEDED && section_differs(c, &standard, section)));
+				!json_equal(value, here) || (k->flags & NEEDED && section_differs(c, &standard, section)));
 		if (given && k->type == T_SECTION)
 			fprintf(out, "%*s%s:\n", 2 * depth, "", leaf_of(k->name));
 		else if (given) {
@@ -772,6 +786,7 @@ void config_print_yaml(FILE *out, const struct config *c)
 		}
 		json_decref(value);
 		json_decref(usual);
+		json_decref(here);
 	}
 }
 

@@ -60,7 +60,8 @@ struct tensor_file *tensor_file_map(struct tensors *w, const char *path);
 int by_name(const void *a, const void *b);
 int by_offset(const void *a, const void *b);
 
-/* Adds a float32 vector of n zeros, of a name that is not there. Tensors that were found before move. */
+/* Adds a float32 vector of n >= 1 zeros, of a name that is not there, which is copied. Tensors that were found before
+ * move. Fails when memory is short. */
 int tensors_add_zeros(struct tensors *w, const char *name, int64_t n);
 
 /* Unmaps the files and frees all; NULL is fine. */

@@ -68,8 +68,8 @@ void dump_head_losses(struct model *m, int layer, const double *loss, const doub
 		int64_t first, int64_t n);
 
 /* The output of an operation, as this rank has it in memory. layer: -1 where it is of none; embedding, final norm and
- * head of an MTP layer are of that layer. A second call in the same
- * micro-batch, when it is computed again for the backward pass, is ignored. Collective for DUMP_EXPERTS_GATE_UP. */
+ * head of an MTP layer are of that layer. A second call in the same micro-batch, when it is computed again for the
+ * backward pass, is ignored. Collective for DUMP_EXPERTS_GATE_UP. */
 static inline void dump_output(struct model *m, enum dumped what, int layer, const void *x)
 {
 	if (m->dump)

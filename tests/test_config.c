@@ -896,6 +896,39 @@ static void test_v2(void **state)
 	}
 }
 
+/* A config that is printed as YAML and read again is the same, also where a default depends on another key. */
+static void test_printed(void **state)
+{
+	(void)state;
+	static const char *const models[] = {"", "norm_topk_prob: false, rms_norm_eps: 1e-6, initializer_range: 0.02",
+		"architecture: BailingMoeV2ForCausalLM", "architecture: BailingMoeV2ForCausalLM, rms_norm_eps: 1e-5, "
+			"initializer_range: 0.006, max_position_embeddings: 16384, use_qk_norm: false, "
+			"moe_router_enable_expert_bias: false, router: {balance_loss_coef: 0.015, z_loss_coef: 1e-4}",
+		"architecture: BailingMoeV2ForCausalLM, num_nextn_predict_layers: 2",
+		"architecture: BailingMoeV2ForCausalLM, num_nextn_predict_layers: 2, mtp_loss_scaling_factor: off"};
+	static const char *const others[] = {"", "spikes: {action: ladder}\n", "parallel: {sync: local}\n",
+		"parallel: {sync: local}\nspikes: {action: off}\n", "spikes: {action: watch}\n"};
+	for (int i = 0; i < COUNT(models) * COUNT(others); i++) {
+		const char *model = models[i % COUNT(models)];
+		char text[1024], *printed = NULL;
+		size_t size;
+		struct config c, again;
+		snprintf(text, sizeof text, "model: {" MODEL_KEYS "%s%s}\n" REST "%s", *model ? ", " : "", model,
+				others[i / COUNT(models)]);
+		load_ok(&c, text);
+		FILE *f = open_memstream(&printed, &size);
+		config_print_yaml(f, &c);
+		assert_int_equal(fclose(f), 0);
+		load_ok(&again, printed);
+		json_t *x = config_to_json(&c), *y = config_to_json(&again);
+		if (!json_equal(x, y))
+			fail_msg("%s\nprinted as\n%s", text, printed);
+		json_decref(x);
+		json_decref(y);
+		free(printed);
+	}
+}
+
 /* What is written says all, and keeps what it came with: also rotary_dim, and the groups that are none. */
 static void test_v2_round_trip(void **state)
 {
@@ -1421,7 +1454,8 @@ int main(void)
 		cmocka_unit_test(test_broken), cmocka_unit_test(test_files), cmocka_unit_test(test_model_file),
 		cmocka_unit_test(test_overrides), cmocka_unit_test(test_huggingface),
 		cmocka_unit_test(test_huggingface_round_trip), cmocka_unit_test(test_v2_defaults),
-		cmocka_unit_test(test_v2), cmocka_unit_test(test_v2_round_trip), cmocka_unit_test(test_resume),
+		cmocka_unit_test(test_v2), cmocka_unit_test(test_v2_round_trip), cmocka_unit_test(test_printed),
+		cmocka_unit_test(test_resume),
 		cmocka_unit_test(test_older_checkpoint), cmocka_unit_test(test_init),
 		cmocka_unit_test(test_keys),
 		cmocka_unit_test(test_resume_every_key), cmocka_unit_test(test_valid_sets),

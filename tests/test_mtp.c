@@ -80,7 +80,7 @@ static struct metrics step_in_place(struct trainer *t)
 {
 	struct metrics m;
 	t->state.step = 0;
-	assert_done(trainer_step(t, t->config.train.batch, &m));
+	assert_int_equal(trainer_step(t, t->config.train.batch, &m), STEP_TAKEN);
 	return m;
 }
 
@@ -182,7 +182,7 @@ static void test_shifts(void **state)
 		c.train.micro_batch = BATCH;
 		c.schedule.peak_lr = 1e-300;
 		make_trainer(&t, &c, documents);
-		assert_done(trainer_step(&t, BATCH, &m));
+		assert_int_equal(trainer_step(&t, BATCH, &m), STEP_TAKEN);
 		double mean = 0;
 		int counted[3] = {0};
 		for (int depth = 0; depth <= 2; depth++) {
@@ -234,7 +234,7 @@ static void test_micro_batches(void **state)
 		memset(t.document, 0, BATCH * L * sizeof *t.document);
 		for (int j = 0; j < BATCH * L; j++) /* the second sequence has few targets, the third none */
 			t.target[j] = j / L == 2 || (j / L == 1 && j % L < 5) ? -1 : j % V;
-		assert_done(trainer_step(&t, BATCH, &m));
+		assert_int_equal(trainer_step(&t, BATCH, &m), STEP_TAKEN);
 		const int64_t n = t.model.table.num_elements;
 		if (i == 0) {
 			gradient = calloc(n, sizeof *gradient);
@@ -265,7 +265,7 @@ static void test_recompute(void **state)
 			make_trainer(&t, &c, true);
 			const size_t bytes = t.model.table.num_elements * sizeof(real);
 			for (int step = 1; step <= 3; step++)
-				assert_done(trainer_step(&t, BATCH, &m));
+				assert_int_equal(trainer_step(&t, BATCH, &m), STEP_TAKEN);
 			if (recompute == TRAIN_KEEP_ALL) {
 				weights = malloc(bytes);
 				memcpy(weights, t.model.params.memory, bytes);
@@ -303,7 +303,7 @@ static void test_off(void **state)
 		copy_array(before, t[1].model.params.memory, all);
 		for (int step = 0; step < 3; step++)
 			for (int i = 0; i < 2; i++)
-				assert_done(trainer_step(&t[i], BATCH, &m[i]));
+				assert_int_equal(trainer_step(&t[i], BATCH, &m[i]), STEP_TAKEN);
 		assert_memory_equal(t[0].model.params.memory, t[1].model.params.memory, n * sizeof *before);
 		assert_memory_equal(before + n, t[1].model.params.memory + n, (all - n) * sizeof *before);
 		assert_true(memcmp(before, t[1].model.params.memory, n * sizeof *before));
@@ -341,7 +341,7 @@ static void test_evaluation(void **state)
 			model.params.memory[j] = NAN;
 	}
 	assert_memory_equal(window[0], window[1], sizeof window[0]);
-	assert_done(trainer_step(&t, BATCH, &m));
+	assert_int_equal(trainer_step(&t, BATCH, &m), STEP_TAKEN);
 	double sum = 0;
 	for (int b = 0; b < BATCH; b++)
 		sum += window[0][b];
@@ -374,7 +374,7 @@ static void test_nothing(void **state)
 	trainer_free(&t);
 	c.data.seq_len = 1;
 	make_trainer(&t, &c, false);
-	assert_done(trainer_step(&t, BATCH, &m));
+	assert_int_equal(trainer_step(&t, BATCH, &m), STEP_TAKEN);
 	assert_true(m.loss > 1 && m.mtp_loss == 0 && isfinite(m.grad_norm));
 	trainer_free(&t);
 }
@@ -409,8 +409,8 @@ static void test_packed_documents(void **state)
 				packed.target[at + i - 1] = alone.target[d * L + i - 1] = 11 * (at + i) % V;
 		}
 	}
-	assert_done(trainer_step(&packed, 3, &m[0]));
-	assert_done(trainer_step(&alone, DOCUMENTS, &m[1]));
+	assert_int_equal(trainer_step(&packed, 3, &m[0]), STEP_TAKEN);
+	assert_int_equal(trainer_step(&alone, DOCUMENTS, &m[1]), STEP_TAKEN);
 	const double tolerance = sizeof(real) == 8 ? 1e-12 : 1e-5;
 	assert_true(fabs(m[0].loss / m[1].loss - 1) < tolerance && m[0].loss > 1);
 	assert_true(fabs(m[0].mtp_loss / m[1].mtp_loss - 1) < tolerance && m[0].mtp_loss > 1);

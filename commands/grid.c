@@ -143,6 +143,7 @@ struct axis {
 	size_t room;
 	int line;                    /* of the first value */
 	int group;                   /* axes of a group go together */
+	bool repeats;                /* it goes together with another axis, which may tell equal values apart */
 };
 
 struct builder {
@@ -189,7 +190,7 @@ static int add_value(struct builder *b, struct axis *a, const struct key *key, c
 	if (wrong)
 		return fail_at(at_line(b, line), "%s: found %s%s%s%s; expected %s", key->name, printable(shown, text),
 				*wrong ? " (" : "", wrong, *wrong ? ")" : "", describe_key(type, &config_table, key));
-	for (int i = 0; i < a->count - 1; i++)
+	for (int i = 0; i < a->count - 1 && !a->repeats; i++)
 		if (same_text(b, key, a->text[i], text))
 			return fail_at(at_line(b, line), "%s: found %s twice; expected each value once", key->name,
 					printable(shown, text));
@@ -237,6 +238,10 @@ static struct axis *add_axis(struct builder *b, enum axis_kind kind, const char 
 	struct axis *a = &b->axes[b->num_axes++];
 	a->kind = kind;
 	strcpy(a->name, name);
+	for (int i = 0; i < b->file->num_zip; i++) {
+		const struct key *key = find_key(&config_table, b->file->zip[i].key);
+		a->repeats = a->repeats || !strcmp(key ? key->name : b->file->zip[i].key, name);
+	}
 	return a;
 }
 
@@ -327,6 +332,7 @@ static int add_sizes(struct builder *b)
 	const struct key *depth = find_key(&config_table, "model.num_hidden_layers");
 	struct axis widths = {0}, depths = {0}, *a = add_axis(b, AXIS_SIZES, "sizes");
 	int rc = a ? 0 : -1;
+	widths.repeats = depths.repeats = rc < 0 || a->repeats || (f->sizes.num_widths && f->sizes.num_depths);
 	if (rc == 0)
 		rc = add_list(b, &widths, width, f->sizes.hidden_size, f->sizes.num_widths, MULTIPLE);
 	if (rc == 0)
@@ -343,6 +349,10 @@ static int add_sizes(struct builder *b)
 		const double L = depths.count ? atof(depths.text[i]) : fmax(round(H / aspect(b)), 1);
 		char text[64];
 		snprintf(text, sizeof text, "%.0fx%.0f", H, L);
+		for (int j = 0; j < a->count && rc == 0 && !a->repeats; j++)
+			if (!strcmp(a->text[j], text))
+				rc = fail_at(at_line(b, widths.count ? widths.line : depths.line), "sizes: found hidden_size %.0f with "
+						"%.0f layers twice; expected each size once", H, L);
 		a->text = grow(a->text, a->count, &a->room, 1, sizeof *a->text);
 		a->text[a->count++] = copy_string(text);
 		a->line = widths.count ? widths.line : depths.line;
@@ -377,6 +387,32 @@ static int add_seeds(struct builder *b)
 	return a ? 0 : -1;
 }
 
+/* Whether two values of an axis are the same. */
+static bool equal_values(struct builder *b, const struct axis *a, int i, int j)
+{
+	return a->kind == AXIS_KEY ? same_text(b, a->key, a->text[i], a->text[j])
+		: a->kind == AXIS_LENGTHS ? atof(a->text[i]) == atof(a->text[j]) : !strcmp(a->text[i], a->text[j]);
+}
+
+/* Fails where two places of a group have the same value in each of its axes: they would be one run. */
+static int check_places(struct builder *b, int group)
+{
+	for (int i = 0; i < b->group_count[group]; i++)
+		for (int j = 0; j < i; j++) {
+			const struct axis *first = NULL;
+			bool same = true;
+			for (const struct axis *a = b->axes; a < b->axes + b->num_axes && same; a++)
+				if (a->group == group) {
+					first = first ? first : a;
+					same = equal_values(b, a, i, j);
+				}
+			if (same)
+				return fail_at(at_line(b, first->line), "%s: its values number %d and %d are the same, and so are those "
+						"of what goes together with it; expected each run once", first->name, j + 1, i + 1);
+		}
+	return 0;
+}
+
 /* Gives each axis its group: its own, or that of the list under `zip` that it is in. */
 static int group_axes(struct builder *b)
 {
@@ -408,6 +444,9 @@ static int group_axes(struct builder *b)
 			b->group_count[a->group] = a->count;
 		}
 	}
+	for (int i = 0; i < b->num_groups; i++)
+		if (check_places(b, i) < 0)
+			return -1;
 	return 0;
 }
 

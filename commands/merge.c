@@ -177,7 +177,9 @@ static int list_newest(struct checkpoints *all, const char *run, int64_t last)
 	const int n = rc < 0 ? -1 : checkpoint_list(run, "step-", &steps);
 	if (n < 0)
 		return -1;
-	if (n < last)
+	if (n == 0)
+		rc = fail("%s: there is no checkpoint in it; expected the directory of a run (its train.output_dir)", run);
+	else if (n < last)
 		rc = fail("%s: --last %lld, but it has %d checkpoints; checkpoint.keep says how many a run keeps", run,
 				(long long)last, n);
 	for (int64_t i = 0; i < last && rc >= 0; i++)

@@ -329,7 +329,8 @@ static int add_table(struct scaling_runs *runs, const char *path)
 int scaling_runs_add(struct scaling_runs *runs, const char *path)
 {
 	struct stat st;
-	if (stat(path, &st) == 0 && !S_ISDIR(st.st_mode))
+	const bool is_there = stat(path, &st) == 0;
+	if ((is_there && !S_ISDIR(st.st_mode)) || (!is_there && has_suffix(path, ".tsv")))
 		return add_table(runs, path);
 	return add_directory(runs, path);
 }
@@ -356,7 +357,8 @@ int scaling_runs_check(const struct scaling_runs *runs)
 		for (int j = 0; j < i; j++) {
 			const struct scaling_run *a = &runs->run[j], *b = &runs->run[i];
 			if (!strcmp(a->name, b->name))
-				return fail("two runs have the name %s; expected each run once, under a name of its own", a->name);
+				return fail("two runs have the name %s; expected each run once, under a name of its own "
+						"(the table.tsv of a sweep has all of its runs)", a->name);
 			if (a->left_out || b->left_out)
 				continue;
 			if (same_run(a, b, true))

@@ -75,6 +75,16 @@ static void warn_of_oversubscription(void)
 				: threads ? "" : " and start fewer ranks on a machine");
 }
 
+/* Says where the learning rate never reaches its peak: a run that was made shorter, and its schedule was not. */
+static void note_long_schedule(const struct config *c, int64_t steps)
+{
+	const int64_t warmup = c->schedule.warmup_steps, decay = c->schedule.decay.steps;
+	if (warmup + decay > steps)
+		fprintf(stderr, "note: the run has %lld steps, fewer than schedule.warmup_steps (%lld) and schedule.decay.steps "
+				"(%lld) together: the learning rate does not reach schedule.peak_lr\n", (long long)steps,
+				(long long)warmup, (long long)decay);
+}
+
 /* Removes the directory of a run that could not begin, unless there is more in it than the heartbeat. */
 static void remove_unused(const char *dir)
 {
@@ -135,6 +145,7 @@ static int train(const struct command_line *line, struct faults *faults)
 						l->expert.size);
 			printf("%d threads\n", kernels_threads());
 			fflush(stdout);
+			note_long_schedule(&c, t.steps);
 			char warning[256];
 			if (*socket_warning(warning, ""))
 				fprintf(stderr, "warning: %s\n", warning);

@@ -104,8 +104,8 @@ static const struct key keys[] = {
 		.v2_fallback = "true"),
 	KEY(model.num_nextn_predict_layers, T_INT, 0, MAX_MTP_LAYERS, NONE | FIXED | V2, "off",
 		"layers for multi-token prediction"),
-	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them, 0.1 "
-		"if not given; off: they stay as they are", .v2_fallback = "off"),
+	KEY(model.mtp_loss_scaling_factor, T_DOUBLE, 0, 1000, NONE | V2, "off", "weight of the loss of each of them; off: "
+		"they stay as they are; not given: 0.1 where there are such layers", .v2_fallback = "off"),
 	KEY(model.partial_rotary_factor, T_DOUBLE, 0, 1, ABOVE | UNSAID | FIXED | V2, "1", "part of a head that turns"),
 	KEY(model.rope_theta, T_DOUBLE, 0, 1e12, ABOVE | FIXED, "600000", "base of the rotary embedding",
 		.class_fallback = "10000", .v2_fallback = "600000"),

@@ -549,6 +549,10 @@ test_data_edges() {
 	write_tokens outside 8 'S<' $(seq 0 20) 257 3
 	write_tokens negative 4 'l<' $(seq 0 20) -1 3
 	write_tokens wide 4 'l<' $(seq 65530 65560)
+	expect 0 "" "$ling" train tiny.yaml $small train.output_dir=e0 schedule.warmup_steps=1 schedule.decay.steps=1
+	! grep -q "does not reach" err.txt || problem "a note of a schedule that fits: $(cat err.txt)"
+	expect 0 "" "$ling" train tiny.yaml $small train.output_dir=e00 schedule.warmup_steps=1 schedule.decay.steps=2
+	grep -q "note: the run has 2 steps, fewer than .*: the learning rate does not reach schedule.peak_lr" err.txt || problem "no note: $(cat err.txt)"
 	expect 1 "16 tokens are too few" "$ling" train tiny.yaml $small data.train=short train.output_dir=e1
 	expect 0 "" "$ling" train tiny.yaml $small data.train=one train.output_dir=e2
 	expect 1 "token 21" "$ling" train tiny.yaml $small data.train=outside train.output_dir=e3

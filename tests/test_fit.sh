@@ -102,8 +102,10 @@ test_refused() {
 	expect 1 "bad.tsv:1: has no column \`loss\`" "$ling" fit bad.tsv
 	head -c 100 /dev/urandom >bad.tsv
 	expect 1 "" "$ling" fit bad.tsv
-	expect 1 "no such.tsv: No such file or directory" "$ling" fit "no such.tsv"
+	expect 1 "no such.tsv: No such file or directory; expected the directory of a run, or a table of runs" "$ling" fit "no such.tsv"
 	expect 1 "has no metrics.jsonl" "$ling" fit .
+	mkdir -p swept && cp all.tsv swept/table.tsv
+	expect 1 "expected that of one run in it, or, for \`ling fit\`, swept/table.tsv" "$ling" fit swept
 	expect 2 "" "$ling" fit
 	expect 2 "" "$ling" fit all.tsv --law better
 	# one size alone, and tokens in proportion to the size

@@ -57,6 +57,8 @@ test_refused() {
 	expect 2 "--hours" "$ling" plan
 	expect 2 "--hours 0: expected a number above 0" "$ling" plan --hours 0
 	expect 1 "--tokens and --text say the same" plan --tokens 5 --text 5
+	expect 1 "trains on 20 tokens, less than one step of 32; expected more time, more text or a smaller train.batch" plan --tokens 5
+	expect 1 "in 1e-12 hours and 4 readings" "$ling" plan --config tiny.yaml --fit fit.json --hours 1e-12
 	expect 1 "nothere.json" plan --fit nothere.json
 	echo '{"runs": []}' >bad.json
 	expect 1 "bad.json" plan --fit bad.json

@@ -109,7 +109,7 @@ test_refusals() {
 	refuse 1 "hf: has no trainer.json, so that it is no checkpoint" hf $b
 	refuse 1 "text.txt: has no trainer.json" text.txt $b
 	refuse 1 "run: --last 4, but it has 3 checkpoints; checkpoint.keep" run --last 4
-	refuse 1 "empty: --last 2, but it has 0 checkpoints" empty --last 2
+	refuse 1 "empty: there is no checkpoint in it; expected the directory of a run" empty --last 2
 	expect 1 "hf: is there already" "$ling" merge $a $b --out hf
 	expect 1 "run/step-0000004: is there already" "$ling" merge $a $b --out $a
 	# one that is being written, and one that is not whole

@@ -71,6 +71,15 @@ test_grid() {
 		and .seconds_left > 0 and .flops > 0' out.txt)" = true ] || problem "length: $(jq -c '.runs[]' out.txt | head -n 1)"
 	expect 0 "" "$ling" sweep made.yaml --dry-run
 	has out.txt "h16-l2-t1-peak_lr=0.001-batch=2-s7 " "waiting" "* active parameters without embedding and head" " left, without validations, at "
+	# values that go together may be there again: two widths of one depth, one learning rate of both
+	grid again <<-END
+		sizes: {hidden_size: [16, 32, 32], num_hidden_layers: [2, 2, 3]}
+		grid: {schedule.peak_lr: [1e-3, 1e-3, 2e-3]}
+		zip: [sizes, schedule.peak_lr]
+	END
+	expect 0 "" "$ling" sweep again.yaml --dry-run --json
+	[ "$(jq -r '.runs[].run' out.txt | tr '\n' ' ')" = "h16-l2-peak_lr=1e-3 h32-l2-peak_lr=1e-3 h32-l3-peak_lr=2e-3 " ] ||
+		problem "values again: $(jq -c '.runs[].run' out.txt)"
 	# layers and an aspect; heads that stay divisors; a dense model; the schedule keeps its shares
 	tiny data.valid=text model.first_k_dense_replace=2 model.intermediate_size=20 schedule.warmup_steps=5 train.batch_warmup='{start: 2, increment: 1, tokens: 400}'
 	grid depths <<-END
@@ -119,6 +128,8 @@ test_refusals() {
 	refused "bad.yaml:4: zip: found 2 values of train.batch and 1 of train.steps" <<<$'grid: {train.batch: [1, 2], train.steps: [3]}\nzip: [train.batch, train.steps]'
 	refused "bad.yaml:4: zip: found sizes; expected a key that has values" <<<$'grid: {train.batch: [1, 2]}\nzip: [train.batch, sizes]'
 	refused "bad.yaml:3: stop_hopeless: the key margin is missing here" <<<"stop_hopeless: {after: 0.5}"
+	refused "bad.yaml:4: train.batch: its values number 1 and 3 are the same, and so are" <<<$'sizes: {hidden_size: [16, 32, 48]}\ngrid: {train.batch: [1, 2, 1.0], schedule.peak_lr: [1e-3, 1e-3, 0.001]}\nzip: [train.batch, schedule.peak_lr]'
+	refused "bad.yaml:3: sizes: found hidden_size 16 with 2 layers twice" <<<"sizes: {hidden_size: [16, 32, 16], num_hidden_layers: [2, 2, 2]}"
 	refused "bad.yaml:3: train.batch: found 3.0 twice" <<<"grid: {train.batch: [3, 3.0]}"
 	refused "bad.yaml:3: schedule.drops: found a?b (a control character)" <<<'grid: {schedule.drops: ["a\tb"]}'
 	refused "bad.yaml: two runs have the name train=a_b" <<<"grid: {data.train: [a/b, a_b]}"

@@ -407,8 +407,8 @@ static int check_places(struct builder *b, int group)
 					same = equal_values(b, a, i, j);
 				}
 			if (same)
-				return fail_at(at_line(b, first->line), "%s: its values number %d and %d are the same, and so are those "
-						"of what goes together with it; expected each run once", first->name, j + 1, i + 1);
+				return fail_at(at_line(b, first->line), "%s: its values number %d and %d are the same, and so are "
+						"those of what goes together with it; expected each run once", first->name, j + 1, i + 1);
 		}
 	return 0;
 }

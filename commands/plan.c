@@ -172,9 +172,9 @@ static int make_candidate(struct plan *p, struct candidate *x)
 	x->tokens = fmin(x->rate * seconds, o->epochs * p->text_tokens);
 	x->epochs = x->tokens / p->text_tokens;
 	if (p->count == 0 && x->tokens < p->batch * x->config.data.seq_len)
-		return fail("in %g hours and %g readings of a text of %.0f tokens a model of width %d trains on %.0f tokens, less "
-				"than one step of %.0f; expected more time, more text or a smaller train.batch", o->hours, o->epochs,
-				p->text_tokens, x->width, x->tokens, p->batch * x->config.data.seq_len);
+		return fail("in %g hours and %g readings of a text of %.0f tokens a model of width %d trains on "
+				"%.0f tokens, less than one step of %.0f; expected more time, more text or a smaller train.batch",
+				o->hours, o->epochs, p->text_tokens, x->width, x->tokens, p->batch * x->config.data.seq_len);
 	row.value[SCALING_TOKENS] = x->tokens;
 	if (scaling_run_describe(&row, &x->config.model, x->config.data.seq_len, 1, 1, 1) < 0)
 		return -1;

@@ -191,8 +191,8 @@ static int check_directory(const char *dir)
 		return fail("%s is a checkpoint; expected the directory of its run: give %s", dir, parent);
 	}
 	if (path_join(path, dir, "table.tsv") == 0 && path_exists(path) > 0)
-		return fail("%s: has no metrics.jsonl but a table of runs, as the directory of a sweep has; expected that of one "
-				"run in it, or, for `ling fit`, %s", dir, path);
+		return fail("%s: has no metrics.jsonl but a table of runs, as the directory of a sweep has; expected that of "
+				"one run in it, or, for `ling fit`, %s", dir, path);
 	return fail("%s: has no metrics.jsonl; expected the directory of a run (its train.output_dir), where `ling train` "
 			"writes a line for each step", dir);
 }

@@ -80,9 +80,9 @@ static void note_long_schedule(const struct config *c, int64_t steps)
 {
 	const int64_t warmup = c->schedule.warmup_steps, decay = c->schedule.decay.steps;
 	if (warmup + decay > steps)
-		fprintf(stderr, "note: the run has %lld steps, fewer than schedule.warmup_steps (%lld) and schedule.decay.steps "
-				"(%lld) together: the learning rate does not reach schedule.peak_lr\n", (long long)steps,
-				(long long)warmup, (long long)decay);
+		fprintf(stderr, "note: the run has %lld steps, fewer than schedule.warmup_steps (%lld) "
+				"and schedule.decay.steps (%lld) together: the learning rate does not reach schedule.peak_lr\n",
+				(long long)steps, (long long)warmup, (long long)decay);
 }
 
 /* Removes the directory of a run that could not begin, unless there is more in it than the heartbeat. */

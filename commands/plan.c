@@ -28,7 +28,7 @@
 
 #define CONFIDENCE 0.95
 #define NEXT_WIDTH 1.15          /* how much wider the next model is, at least */
-enum { WIDTH_MULTIPLE = 8, LEAST_WIDTH = 32, STEPS = 4, MORE = 3, MAX_CANDIDATES = 64 };
+enum { WIDTH_MULTIPLE = 8, LEAST_WIDTH = 32, STEPS = 4, MORE = 3, BEYOND = 8, MAX_CANDIDATES = 64 };
 
 struct plan_options {
 	const char *config, *fit, *out;
@@ -187,7 +187,8 @@ static int make_candidate(struct plan *p, struct candidate *x)
 	return resize(p, x, &size);
 }
 
-/* Tries wider and wider models until MORE in a row are worse than the best. */
+/* Tries wider and wider models until MORE in a row are worse than the best, or until one is BEYOND times as large as
+ * any that the law was fitted to. */
 static int try_sizes(struct plan *p)
 {
 	const double aspect = p->options->aspect;
@@ -197,7 +198,7 @@ static int try_sizes(struct plan *p)
 		if (make_candidate(p, x) < 0)
 			return -1;
 		p->best = x->loss < p->list[p->best].loss ? p->count : p->best;
-		if (p->count - p->best == MORE) {
+		if (p->count - p->best == MORE || x->size > BEYOND * p->fits.law[LAW_SIZE].most_x) {
 			p->count++;
 			return 0;
 		}

@@ -436,8 +436,8 @@ static void test_gradient_norm(void)
 static void make_table_model(struct trainer *t, int tensor, int batch, int micro_batch, int L)
 {
 	const struct config c = {
-		.model = {.hidden_size = 4, .partial_rotary_factor = 1, .routed_scaling_factor = 1,
-				.num_hidden_layers = 1, .num_attention_heads = 6, .num_key_value_heads = 6,
+		.model = {.hidden_size = 4, .partial_rotary_factor = 1, .routed_scaling_factor = 1, .n_group = 1,
+				.topk_group = 1, .num_hidden_layers = 1, .num_attention_heads = 6, .num_key_value_heads = 6,
 			.head_dim = 2, .vocab_size = 5, .num_experts = 6, .num_experts_per_tok = 2, .moe_intermediate_size = 3,
 			.rope_theta = 10000, .rms_norm_eps = 1e-12, .norm_topk_prob = true},
 		.data = {.seq_len = L}, .train = {.steps = 1, .micro_batch = micro_batch, .batch = batch},
